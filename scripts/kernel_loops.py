@@ -11,7 +11,8 @@ A limit is a sentence above a kernel, or above a template argument of kernels:
 Of each instance for packs of bfloat16, and of sums of float32 too, it describes the loop in which
 the instance spends its time. Loads are those that are in flight when the first loaded number is
 needed. Those before the wait are executed before the kernel waits for the previous one, those
-before the first shuffle before its threads first exchange numbers.
+before the first shuffle before its threads first exchange numbers. Kernels that sum and apply have
+a loop for each, and wait for no other kernel.
 """
 
 import re
@@ -23,6 +24,9 @@ from typing import NamedTuple
 # In the names of instances for packs; then those of bfloat16, and of sums of float32.
 PACKS = "6AccessE0E"
 DESCRIBED = ("8BFloat16", "TermsIfE")
+
+# In the names of instances that sum.
+SUMS = "AfterSums"
 
 # Of the wait for the previous kernel, and of the exchange of numbers between threads of a warp.
 INSTRUCTIONS = {"wait": "ACQBULK", "first shuffle": "SHFL"}
@@ -142,11 +146,17 @@ def loops_of(code: str) -> Iterator[Loop]:
 
 
 def main_loops(code: str, limits: LoopLimits) -> list[Loop]:
-    """Return the loops that the limits are for: those with the most loads in flight.
+    """Return the loops that the limits are for.
 
-    They store if the instructions per store are limited; others, of kernels that sum, do not.
+    If the instructions per store are limited, they store, and have the most loads in flight. If
+    float64 instructions are, they have the most of those. Others, of sums in the type of the
+    elements, do neither, and have the most loads. What exchanges or finalizes sums has loops too.
     """
     loops = [loop for loop in loops_of(code) if bool(loop.stores) == bool(limits.instructions)]
+    if limits.float64 is not None:
+        most = max((loop.float64 for loop in loops), default=0)
+        return [loop for loop in loops if loop.float64 == most]
+    loops = [loop for loop in loops if not loop.float64]
     most = max((loop.loads for loop in loops), default=0)
     return [loop for loop in loops if loop.loads == most]
 
@@ -180,6 +190,8 @@ def loop_complaints(symbol: str, code: str, limits: LoopLimits) -> Iterator[str]
         if limits.loads is not None and loop.loads < limits.loads:
             yield f"expected at least {limits.loads} loads in flight, got {loop.loads}"
     for what, least in limits.loads_before.items():
+        if what == "wait" and SUMS in symbol:
+            continue
         if (loads := loads_before(INSTRUCTIONS[what], code)) < least:
             yield f"expected at least {least} loads before the {what}, got {loads}"
 

@@ -29,6 +29,7 @@ FOLDER = Path("normscope/kernels/cuda")
 ARGUMENT = r"((?:[^(),\[\]]|\[[^\]]*\]|\([^()]*\))+)"
 MUTATIONS = {
     "barrier": (r"__syncthreads\(\)", "void()"),
+    "cluster": (r"(?<!::)\bmeet_in_cluster\(\)(?=;)", "void()"),
     "shuffle_down": (rf"__shfl_down_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "shuffle_xor": (rf"__shfl_xor_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"(\2)"),
     "shuffle": (rf"__shfl_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
@@ -112,7 +113,7 @@ def calls(text: str) -> int:
         r"__syncthreads(?:_or)?|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic[A-Z]\w*"
         r"|__threadfence\w*"
     )
-    early = r"(?<!::)\b(?:wait_for_earlier_kernel|let_next_kernel_start)\(\);"
+    early = r"(?<!::)\b(?:wait_for_earlier_kernel|let_next_kernel_start|meet_in_cluster)\(\);"
     epochs = r"% PeerMemory::kSlots\b|(?:announce\(|\*)announced\(|(?<!::)look_at\(word\)"
     return len(re.findall(rf"(?:\b(?:{names})|(?<== )take_ticket)\(|{epochs}|{early}", text))
 

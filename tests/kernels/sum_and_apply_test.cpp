@@ -156,10 +156,6 @@ class SumAndApply : public ::testing::TestWithParam<std::tuple<DType, Layout>> {
     nothing.samples = 0;
     return x.untouched_outside(nothing);
   }
-
-  [[nodiscard]] static bool is_channels_first() {
-    return std::get<Layout>(GetParam()) == Layout::kChannelsFirst;
-  }
 };
 
 TEST_P(SumAndApply, HasTheBitsOfTwoKernels) {
@@ -175,33 +171,39 @@ TEST_P(SumAndApply, HasTheBitsOfTwoKernels) {
 }
 
 // Fewer planes than warps, which share them; as many; more; and planes that are shorter than a
-// pack.
-TEST_P(SumAndApply, IsOneKernelIfABlockHasAllElementsOfItsChannels) {
-  for (const Shape& shape : {Shape{1, 4, 300}, Shape{2, 3, 2049}, Shape{3, 37, 7}, Shape{8, 3, 65},
-                             Shape{5, 2, 2}, Shape{1, 2, 64}}) {
+// pack. Columns of one block and of several, of one turn and of two; the last column is not full.
+TEST_P(SumAndApply, IsOneKernelIfABlockOrAClusterHasAllElementsOfItsChannels) {
+  for (const Shape& shape : {Shape{1, 8, 300}, Shape{1, 8, 2049}, Shape{3, 72, 7}, Shape{8, 8, 65},
+                             Shape{5, 8, 2}, Shape{1, 16, 64}, Shape{2, 72, 260}}) {
     SCOPED_TRACE(::testing::Message()
                  << shape.samples << "x" << shape.channels << "x" << shape.positions);
-    EXPECT_EQ(directions_of_one_kernel(shape, Inputs::kMeanOf1e3Deviations),
-              is_channels_first() ? 2 : 0);
+    EXPECT_EQ(directions_of_one_kernel(shape, Inputs::kMeanOf1e3Deviations), 2);
   }
 }
 
 TEST_P(SumAndApply, IsOneKernelForPlanesThatStartAtEqualPlacesOfAPack) {
   const Shape shape{3, 5, 131};
   const Gaps gaps{.before = 3, .row = 2, .sample = 1};
-  const int expected = is_channels_first() ? 2 : 0;
+  const int expected = std::get<Layout>(GetParam()) == Layout::kChannelsFirst ? 2 : 0;
   EXPECT_EQ(directions_of_one_kernel(shape, Inputs::kMeanOf1e3Deviations, 1, gaps, gaps), expected);
   EXPECT_EQ(directions_of_one_kernel(shape, Inputs::kMeanOf1e3Deviations, 1, {}, {.before = 1}), 0);
   EXPECT_EQ(directions_of_one_kernel(shape, Inputs::kMeanOf1e3Deviations, 1, {}, {.row = 1}), 0);
 }
 
+TEST_P(SumAndApply, IsOneKernelForRowsWithGaps) {
+  const Shape shape{3, 8, 131};
+  EXPECT_EQ(directions_of_one_kernel(shape, Inputs::kMeanOf1e3Deviations, 1, {},
+                                     {.before = 8, .row = 16, .sample = 8}),
+            2);
+}
+
 TEST_P(SumAndApply, IsTwoKernelsOtherwise) {
   const Inputs inputs = Inputs::kMeanOf1e3Deviations;
-  EXPECT_EQ(directions_of_one_kernel({6, 4, 300}, inputs, /*slices=*/3), 0);
-  EXPECT_EQ(directions_of_one_kernel({40, 9, 1}, inputs), 0);
-  EXPECT_EQ(directions_of_one_kernel({0, 4, 300}, inputs), 0);
-  // Several blocks for one channel, or more of it than a multiprocessor keeps.
-  EXPECT_EQ(directions_of_one_kernel({1, 1, 300'000}, inputs), 0);
+  EXPECT_EQ(directions_of_one_kernel({6, 8, 300}, inputs, /*slices=*/3), 0);
+  EXPECT_EQ(directions_of_one_kernel({40, 8, 1}, inputs), 0);
+  EXPECT_EQ(directions_of_one_kernel({0, 8, 300}, inputs), 0);
+  // More blocks for one column than a cluster has, or more elements than their caches.
+  EXPECT_EQ(directions_of_one_kernel({1, 8, 100'000}, inputs), 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Device, SumAndApply,

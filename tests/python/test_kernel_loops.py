@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,23 @@ def test_each_limit_that_is_exceeded_causes_a_complaint(
     limits: LoopLimits, expected: list[str]
 ) -> None:
     assert list(loop_complaints(SYMBOL, CODE, limits)) == expected
+
+
+def test_what_adds_the_sums_of_ranks_is_not_the_loop_of_a_sum() -> None:
+    in_float32 = re.sub(r".*(DADD|STG).*\n", "", CODE)
+    of_ranks = re.sub(r".*STG.*\n", "", CODE).replace("L_x_1", "L_x_2").replace("R4", "R30")
+    limits = LoopLimits("add_tiles", None, {}, None, 2, {})
+
+    for code in (in_float32 + of_ranks, of_ranks + in_float32):
+        assert kernel_loops.main_loops(code, limits) == [
+            Loop(instructions=7, stores=0, float64=0, loads=2)
+        ]
+
+
+def test_a_kernel_that_sums_and_applies_waits_for_no_other() -> None:
+    limits = KEPT._replace(loads_before={"wait": 2})
+
+    assert list(loop_complaints(SYMBOL + "9AfterSums", CODE, limits)) == []
 
 
 def test_limits_are_read_from_the_source(tmp_path: Path) -> None:

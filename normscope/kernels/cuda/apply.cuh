@@ -39,7 +39,8 @@ struct NormalizeElements {
   }
 };
 
-// Loop: at most 80 instructions per store; at least 8 loads; at least 8 before the wait.
+// Loop: at most 80 instructions per store, 81 with AfterSumsOfPlanes, 81 with AfterSumsOfRows; at
+// least 8 loads; at least 8 before the wait.
 template <class Element>
 struct InputGradientElements {
   using ElementType = Element;
@@ -91,17 +92,17 @@ class Walk {
   using Real = typename Apply::Real;
 
   // Visits the packs first, first - step, ... down to 0, of those that start `begin` elements
-  // after (n, c, 0) and are stride_of(tensor) elements apart. None if `first` is negative.
+  // after (n, c, p) and are stride_of(tensor) elements apart. None if `first` is negative.
   template <class StrideOf>
   __device__ Walk(const Apply& apply, const Elements<Element>& y, std::int64_t n, std::int64_t c,
-                  std::int64_t begin, std::int64_t first, std::int64_t step,
+                  std::int64_t p, std::int64_t begin, std::int64_t first, std::int64_t step,
                   const StrideOf& stride_of)
       : apply_(apply), next_(first), step_(step) {
-    y_.start(y.at(n, c, 0) + begin + first * stride_of(y), -step * stride_of(y));
+    y_.start(y.at(n, c, p) + begin + first * stride_of(y), -step * stride_of(y));
     NORMSCOPE_UNROLL
     for (int k = 0; k < Apply::kInputs; ++k) {
       const auto& input = apply.inputs[k];
-      inputs_[k].start(input.at(n, c, 0) + begin + first * stride_of(input),
+      inputs_[k].start(input.at(n, c, p) + begin + first * stride_of(input),
                        -step * stride_of(input));
     }
   }
@@ -291,7 +292,7 @@ __device__ void apply_to_plane(const Apply& apply, const Elements<typename Apply
   const std::int64_t head = smaller(size_before_pack<kPack>(y.at(n, c, 0)), positions);
   const std::int64_t packs = (positions - head) / kPack;
   const auto size_of_pack = [&](const auto& /*tensor*/) { return kPack; };
-  Walk<Apply, kPack> walk(apply, y, n, c, head, part.last_of_lane(packs), part.count * kWarp,
+  Walk<Apply, kPack> walk(apply, y, n, c, 0, head, part.last_of_lane(packs), part.count * kWarp,
                           size_of_pack);
   walk.start();
   // The elements before the first pack and after the last one. A warp has more lanes than that.
@@ -299,7 +300,7 @@ __device__ void apply_to_plane(const Apply& apply, const Elements<typename Apply
   const std::int64_t own = lane < head ? lane : packs * kPack + lane;
   const bool is_owner = kPack > 1 && part.index == 0 && own < positions;
   const auto one = [](const auto& /*tensor*/) { return 1; };
-  Walk<Apply, 1, 1> rest(apply, y, n, c, own, is_owner ? 0 : -1, 1, one);
+  Walk<Apply, 1, 1> rest(apply, y, n, c, 0, own, is_owner ? 0 : -1, 1, one);
   rest.start();
   if (kWaits) wait_for_earlier_kernel();
   const LoadedFormulas<1, Apply> formula(apply, slice, c);
@@ -356,7 +357,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     const std::int64_t samples = joined ? batches.samples_of(run) : 1;
     const std::int64_t rows = has_channels ? samples * y.positions : 0;
     const auto row = [](const auto& tensor) { return tensor.row_stride(); };
-    Walk<Apply, kPack> walk(apply, y, n, c, 0, rows - 1 - from_last, step, row);
+    Walk<Apply, kPack> walk(apply, y, n, c, 0, 0, rows - 1 - from_last, step, row);
     walk.start();
     wait_for_earlier_kernel();
     const LoadedFormulas<kPack, Apply> formulas(apply, slice, c);

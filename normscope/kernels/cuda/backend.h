@@ -53,59 +53,75 @@ struct Backend {
 
   // ---- Sums ------------------------------------------------------------------------------------
 
-  // The kernel for tiles that are channels first, and its grid.
-  template <Access kAccess, class AnyTerms, class After>
-  struct SumOfPlanes {
-    using Group = cuda::Group<typename AnyTerms::ElementType, kAccess>;
-    static constexpr auto kKernel = add_tiles_channels_first<kAccess, AnyTerms, After>;
-
-    SumOfPlanes(std::int64_t channels, const NormBatches& batches) {
-      const std::int64_t at_once = Device::blocks_at_once(kKernel, kBlockThreads);
-      const std::int64_t tiles =
-          batches.slice_size * tiles_per_sample(Layout::kChannelsFirst, batches.positions);
-      const WorkOfGroups work = work_of_groups(channels, tiles, batches.slices, Group::kThreads,
-                                               kBlockThreads, at_once, Device::multiprocessors());
-      groups = work.groups;
-      grid = grid_for(work.work, at_once);
-      const std::int64_t channels_per_block = grid.threads_x / Group::kThreads / groups;
-      bytes_per_block = channels_per_block * batches.samples * batches.positions *
-                        AnyTerms::kInputs *
-                        static_cast<std::int64_t>(sizeof(typename AnyTerms::ElementType));
-    }
-
-    void launch(Stream stream, const AnyTerms& terms, const NormBatches& batches,
-                const DeviceScratch& scratch, const After& after) const {
-      Device::launch(stream, grid, Order::kAfter, kKernel, terms, groups, batches, scratch, after);
-    }
-
-    // Whether each block has all elements of its channels, and finds them in a cache when it has
-    // their coefficients.
-    [[nodiscard]] bool can_apply() const {
-      return grid.blocks_y == 1 && grid.blocks_z == 1 && bytes_per_block <= kMostBytesOfBlock;
-    }
-
-    int groups;
+  // How a kernel sums tiles: its grid, and what the kernel has to know of it.
+  struct PlanOfTiles {
     Grid grid;
-    std::int64_t bytes_per_block;  // that it reads, if no other block has a part of its channels
+    int detail;  // `groups` or `column_bits`
+    std::int64_t at_once;
+    std::int64_t bytes_of_column;  // of all inputs
+
+    // Whether the blocks of a column, of which there may be so many, find their elements in a cache
+    // when they have the coefficients.
+    [[nodiscard]] bool can_apply(std::int64_t most_in_column) const {
+      const std::int64_t of_block = bytes_of_column / grid.blocks_y;
+      const std::int64_t blocks = std::min(grid.blocks_x * grid.blocks_y, at_once);
+      return grid.blocks_y <= most_in_column && grid.blocks_z == 1 &&
+             of_block <= kMostBytesOfBlock &&
+             of_block * ceil_divide(blocks, Device::multiprocessors()) <= kMostBytesInCache;
+    }
   };
+
+  template <class AnyTerms>
+  static std::int64_t bytes_of_channel(const NormBatches& batches) {
+    return batches.samples * batches.positions * AnyTerms::kInputs *
+           static_cast<std::int64_t>(sizeof(typename AnyTerms::ElementType));
+  }
+
+  template <Access kAccess, class AnyTerms, class Kernel>
+  static PlanOfTiles plan_channels_first(Kernel kernel, std::int64_t channels,
+                                         const NormBatches& batches) {
+    constexpr int kThreads = Group<typename AnyTerms::ElementType, kAccess>::kThreads;
+    const std::int64_t at_once = Device::blocks_at_once(kernel, kBlockThreads);
+    const std::int64_t tiles =
+        batches.slice_size * tiles_per_sample(Layout::kChannelsFirst, batches.positions);
+    const auto [groups, work] = work_of_groups(channels, tiles, batches.slices, kThreads,
+                                               kBlockThreads, at_once, Device::multiprocessors());
+    return {grid_for(work, at_once), groups, at_once,
+            work.threads_x / kThreads / groups * bytes_of_channel<AnyTerms>(batches)};
+  }
+
+  template <Access kAccess, class AnyTerms, class Kernel>
+  static PlanOfTiles plan_channels_last(Kernel kernel, std::int64_t channels,
+                                        const NormBatches& batches) {
+    constexpr int kPack = kPackSize<typename AnyTerms::ElementType, kAccess>;
+    const std::int64_t tiles =
+        batches.slice_size * tiles_per_sample(Layout::kChannelsLast, batches.positions);
+    const auto [column_bits, work] =
+        work_of_tiles(ceil_divide(channels, kPack), kPack, tiles, batches.slices, kMostColumns,
+                      kTileThreads, Device::multiprocessors());
+    const std::int64_t at_once = Device::blocks_at_once(kernel, work.threads_x * work.threads_y);
+    return {grid_for(work, at_once), column_bits, at_once,
+            (std::int64_t{kPack} << column_bits) * bytes_of_channel<AnyTerms>(batches)};
+  }
 
   template <Access kAccess, class AnyTerms, class After>
   static void add_tiles(Stream stream, Layout layout, const AnyTerms& terms,
                         const NormBatches& batches, const DeviceScratch& scratch,
                         const After& after) {
-    using Element = typename AnyTerms::ElementType;
     if (layout == Layout::kChannelsFirst) {
       // Where there is one tensor, its planes have packs.
       constexpr Access kOfPlanes = AnyTerms::kInputs == 1 ? Access::kPacks : kAccess;
-      const SumOfPlanes<kOfPlanes, AnyTerms, After> sum(scratch.channels, batches);
-      sum.launch(stream, terms, batches, scratch, after);
+      const auto kernel = add_tiles_channels_first<kOfPlanes, AnyTerms, After>;
+      const PlanOfTiles plan =
+          plan_channels_first<kOfPlanes, AnyTerms>(kernel, scratch.channels, batches);
+      Device::launch(stream, plan.grid, Order::kAfter, kernel, terms, plan.detail, batches, scratch,
+                     after);
     } else {
-      const std::int64_t tiles = batches.slice_size * tiles_per_sample(layout, batches.positions);
-      const auto [column_bits, work] = work_of_tiles(
-          ceil_divide(scratch.channels, kPackSize<Element, kAccess>), kPackSize<Element, kAccess>,
-          tiles, batches.slices, kMostColumns, kTileThreads, Device::multiprocessors());
-      launch(stream, Order::kAfter, work, add_tiles_channels_last<kAccess, AnyTerms, After>, terms,
-             column_bits, batches, scratch, after);
+      const auto kernel = add_tiles_channels_last<kAccess, AnyTerms, After>;
+      const PlanOfTiles plan =
+          plan_channels_last<kAccess, AnyTerms>(kernel, scratch.channels, batches);
+      Device::launch(stream, plan.grid, Order::kAfter, kernel, terms, plan.detail, batches, scratch,
+                     after);
     }
   }
 
@@ -153,13 +169,30 @@ struct Backend {
     using Element = typename AnyTerms::ElementType;
     const Layout layout = std::get<0>(std::tie(views...)).layout();
     if (y.data != nullptr && !y.empty() && batches.positions > 1 &&
-        layout == Layout::kChannelsFirst && have_packs(layout, kPackBytes, y, views...)) {
-      using After = AfterSumsOfPlanes<User, Apply>;
-      const SumOfPlanes<Access::kPacks, AnyTerms, After> sum(scratch.channels, batches);
-      if (sum.can_apply()) {
-        sum.launch(stream, terms, batches, scratch,
-                   After{after, apply, elements_of<Element>(y), streams(y)});
-        return true;
+        have_packs(layout, kPackBytes, y, views...)) {
+      const AfterSumsAndApply<User, Apply> outputs{after, apply, elements_of<Element>(y),
+                                                   streams(y)};
+      if (layout == Layout::kChannelsFirst) {
+        using After = AfterSumsOfPlanes<User, Apply>;
+        const auto kernel = add_tiles_channels_first<Access::kPacks, AnyTerms, After>;
+        const PlanOfTiles plan =
+            plan_channels_first<Access::kPacks, AnyTerms>(kernel, scratch.channels, batches);
+        if (plan.can_apply(1)) {
+          Device::launch(stream, plan.grid, Order::kAfter, kernel, terms, plan.detail, batches,
+                         scratch, After{outputs});
+          return true;
+        }
+      } else {
+        using After = AfterSumsOfRows<User, Apply>;
+        const auto kernel = add_tiles_channels_last<Access::kPacks, AnyTerms, After>;
+        PlanOfTiles plan =
+            plan_channels_last<Access::kPacks, AnyTerms>(kernel, scratch.channels, batches);
+        if (plan.can_apply(Device::most_in_cluster(kernel))) {
+          plan.grid.cluster_y = plan.grid.blocks_y;
+          Device::launch(stream, plan.grid, Order::kAfter, kernel, terms, plan.detail, batches,
+                         scratch, After{outputs, plan.detail});
+          return true;
+        }
       }
     }
     add_sums(stream, terms, batches, scratch, after, views...);

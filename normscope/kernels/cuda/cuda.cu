@@ -184,6 +184,13 @@ struct CurrentDevice {
     return known_blocks_at_once(reinterpret_cast<const void*>(kernel), threads);
   }
 
+  template <class Kernel>
+  static std::int64_t most_in_cluster(Kernel* kernel) {
+    const bool has_clusters = attribute_of_current_device(cudaDevAttrClusterLaunch) != 0 &&
+                              has_code_since_90(reinterpret_cast<const void*>(kernel));
+    return has_clusters ? kMostInCluster : 1;
+  }
+
   static std::int64_t l2_bytes() { return attribute_of_current_device(cudaDevAttrL2CacheSize); }
 
   static bool is_capturing(Stream stream) {
@@ -239,19 +246,25 @@ struct CurrentDevice {
   template <class Kernel, class... Arguments>
   static void launch(Stream stream, const Grid& grid, Order order, Kernel kernel,
                      Arguments... arguments) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
+    config.attrs = attributes;
+    if (order == Order::kEarly && has_code_since_90(reinterpret_cast<const void*>(kernel))) {
+      cudaLaunchAttribute& early = attributes[config.numAttrs++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (grid.cluster_y > 1) {
+      cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {1, static_cast<unsigned>(grid.cluster_y), 1};
+    }
     config.gridDim =
         dim3(static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y),
              static_cast<unsigned>(grid.blocks_z));
     config.blockDim =
         dim3(static_cast<unsigned>(grid.threads_x), static_cast<unsigned>(grid.threads_y));
     config.stream = static_cast<cudaStream_t>(stream.handle);
-    config.attrs = &early;
-    const bool is_early = order == Order::kEarly && waits(reinterpret_cast<const void*>(kernel));
-    config.numAttrs = is_early ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "launching a kernel");
   }
 
@@ -270,9 +283,10 @@ struct CurrentDevice {
     return status == cudaStreamCaptureStatusActive ? graph : nullptr;
   }
 
-  // Whether the code of the kernel that this device runs has wait_for_earlier_kernel(). The device
-  // alone does not tell: a new one also runs code that the driver has made of older PTX.
-  static bool waits(const void* kernel) {
+  // Whether the code of the kernel that this device runs has wait_for_earlier_kernel() and
+  // meet_in_cluster(). The device alone does not tell: a new one also runs code that the driver has
+  // made of older PTX.
+  static bool has_code_since_90(const void* kernel) {
     static auto& known = *new Known<std::pair<int, const void*>, bool>;
     return known.get({current_device(), kernel}, [&] {
       cudaFuncAttributes attributes = {};

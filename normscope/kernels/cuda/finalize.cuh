@@ -257,6 +257,8 @@ struct GradientSumsUser {
 // memory, they exchange the sums there, and write only the totals of the header to the message.
 template <class User>
 struct AfterSums {
+  static constexpr bool kHasClusters = false;
+
   User user;
   MessageView message;  // data nullptr: none
   Header header;

@@ -24,6 +24,9 @@ enum class Order { kAfter, kEarly };
 //     // How many blocks of so many threads of the kernel run at the same time.
 //     template <class Kernel>
 //     static std::int64_t blocks_at_once(Kernel kernel, int threads);
+//     // The most blocks of a cluster of this kernel; 1 if there are no clusters.
+//     template <class Kernel>
+//     static std::int64_t most_in_cluster(Kernel kernel);
 //     static std::int64_t l2_bytes();
 //     static bool is_capturing(Stream stream);
 //     static double* new_zeros(Stream stream, std::int64_t size);
@@ -42,6 +45,7 @@ struct Grid {
   std::int64_t blocks_z;
   int threads_x;
   int threads_y;
+  std::int64_t cluster_y = 1;  // blocks that run at the same time, of a column
 };
 
 [[nodiscard]] constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {

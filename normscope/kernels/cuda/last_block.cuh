@@ -57,23 +57,27 @@ NORMSCOPE_INLINE LimbsView limbs_of_block(const DeviceScratch& scratch, std::int
 
 // Ends a kernel that has added sums to the scratch memory. The last block of a column calls
 // after.channel(scratch, places, c) for its channels [begin, end), and after.exchange() if they are
-// exchanged inside of the kernel; one thread of the grid calls after.once(). Then the last block
-// calls after.write_outputs(). This saves a launch, about 2 us. Other multiprocessors have nothing
-// to do meanwhile, and few warps cannot hide latencies: the number of instructions in a row is what
-// matters here.
+// exchanged inside of the kernel; one thread of the grid calls after.once(). Then
+// after.write_outputs() is called, by all blocks if After::kHasClusters, otherwise by the last one.
+// This saves a launch, about 2 us. Other
+// multiprocessors have nothing to do meanwhile, and few warps cannot hide latencies: the number of
+// instructions in a row is what matters here.
 template <class After>
 __device__ void finish_channels(const DeviceScratch& scratch, std::int64_t begin, std::int64_t end,
                                 const After& after) {
   unsigned* tickets = scratch.tickets();
-  if (!is_last_block(tickets + 1 + blockIdx.x, gridDim.y * gridDim.z)) return;
-  const int places = places_in_use(scratch);
-  const std::int64_t threads = std::int64_t{blockDim.x} * blockDim.y;
+  const bool is_last = is_last_block(tickets + 1 + blockIdx.x, gridDim.y * gridDim.z);
+  if (!is_last && !After::kHasClusters) return;
   end = smaller(end, scratch.channels);
-  for (std::int64_t c = begin + thread_of_block(); c < end; c += threads) {
-    after.channel(scratch, places, c);
+  if (is_last || !After::kHasClusters) {
+    const int places = places_in_use(scratch);
+    const std::int64_t threads = std::int64_t{blockDim.x} * blockDim.y;
+    for (std::int64_t c = begin + thread_of_block(); c < end; c += threads) {
+      after.channel(scratch, places, c);
+    }
+    if (after.exchanges()) after.exchange(begin, end);
+    finish_once(tickets, after);
   }
-  if (after.exchanges()) after.exchange(begin, end);
-  finish_once(tickets, after);
   after.write_outputs(begin, end);
 }
 

@@ -27,7 +27,8 @@ inline constexpr int kWarp = 32;
 inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 inline constexpr int kBlockThreads = 256;
 
-// The first virtual architecture, compute_90, that has instructions for the next two functions.
+// The first virtual architecture, compute_90, that has instructions for the next two functions, and
+// clusters.
 #define NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS 90
 inline constexpr int kFirstArchitectureThatWaits = NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS;
 
@@ -52,6 +53,18 @@ __device__ inline void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;");
 #elif !defined(__CUDACC__)
   cuda_on_host::ThisThread::let_next_kernel_start();
+#endif
+}
+
+// Waits for all threads of the blocks of a cluster, of which each then sees what the others have
+// done before. Without clusters, each block is one of its own.
+__device__ inline void meet_in_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 10 * NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+#elif defined(__CUDACC__)
+  asm volatile("barrier.sync 0;" ::: "memory");
+#else
+  cuda_on_host::ThisThread::meet_in_cluster();
 #endif
 }
 

@@ -3,27 +3,40 @@
 
 #include "normscope/kernels/cuda/apply.cuh"
 #include "normscope/kernels/cuda/finalize.cuh"
+#include "normscope/kernels/cuda/sum_channels_last.cuh"
 
 namespace normscope::cuda {
 
-// One kernel for all steps of a direction, if each block sums all elements of its channels: the
-// block writes their outputs too, as soon as it has their coefficients. It reads the elements from
-// its multiprocessor's cache, and no block waits for another one.
+// One kernel for all steps of a direction: if a block sums all elements of its channels, or a
+// cluster of blocks does, it writes their outputs too, as soon as it has their coefficients. It
+// reads the elements again from the caches of its multiprocessors, and waits for no other blocks.
+// There is one slice, and all tensors have packs.
 
-// The most bytes of inputs that such a block reads. Two blocks may share a multiprocessor, whose
-// cache has 256 KB (H100) or 192 KB (A100).
-inline constexpr std::int64_t kMostBytesOfBlock = 112 * 1024;
+// The most bytes of inputs that the blocks of a multiprocessor read at the same time, of its cache
+// of 256 KB (H100), and those of a block: a cluster or a block alone should not keep others
+// waiting.
+inline constexpr std::int64_t kMostBytesInCache = 224 * 1024;
+inline constexpr std::int64_t kMostBytesOfBlock = kMostBytesInCache / 2;
 
-// After the sums of tiles that are channels first and in packs. There is one slice.
+// The most blocks of a cluster that every device with clusters can run.
+inline constexpr std::int64_t kMostInCluster = 8;
+
 template <class User, class Apply>
-struct AfterSumsOfPlanes : AfterSums<User> {
+struct AfterSumsAndApply : AfterSums<User> {
   Apply apply;
   Elements<typename Apply::ElementType> y;
   bool streams;
 
   [[nodiscard]] NORMSCOPE_INLINE bool lets_next_kernel_start() const { return false; }
+};
 
-  // Warps take planes in turn. If there are fewer planes than warps, several share each of them.
+// Channels first: each block has channels of its own. Warps take planes in turn. If there are fewer
+// planes than warps, several share each of them.
+template <class User, class Apply>
+struct AfterSumsOfPlanes : AfterSumsAndApply<User, Apply> {
+  using Base = AfterSumsAndApply<User, Apply>;
+  using Base::apply, Base::y, Base::streams;
+
   __device__ void write_outputs(std::int64_t begin, std::int64_t end) const {
     __syncthreads();  // the coefficients are written
     const auto samples = static_cast<int>(y.samples);
@@ -35,6 +48,36 @@ struct AfterSumsOfPlanes : AfterSums<User> {
       const std::int64_t c = begin + plane / samples;
       apply_to_plane<Access::kPacks, false>(apply, y, 0, plane % samples, c, y.positions,
                                             {i % parts, parts}, streams);
+    }
+  }
+};
+
+// Channels last: the blocks of a column are a cluster. Each thread writes what it has summed.
+template <class User, class Apply>
+struct AfterSumsOfRows : AfterSumsAndApply<User, Apply> {
+  using Base = AfterSumsAndApply<User, Apply>;
+  using Base::apply, Base::y, Base::streams;
+  static constexpr bool kHasClusters = true;
+
+  int column_bits;
+
+  __device__ void write_outputs(std::int64_t begin, std::int64_t end) const {
+    meet_in_cluster();  // the last block has written the coefficients
+    constexpr int kPack = kPackSize<typename Apply::ElementType, Access::kPacks>;
+    const PlaceInTile place{column_bits, static_cast<int>(threadIdx.x)};
+    const std::int64_t c = begin + place.column() * kPack;
+    if (c >= end) return;
+    const LoadedFormulas<kPack, Apply> formulas(apply, 0, c);
+    const auto stride = [](const auto& tensor) { return tensor.position_stride; };
+    const std::int64_t tiles = y.samples * tiles_per_sample(Layout::kChannelsLast, y.positions);
+    const TurnsOfWarp turns(column_bits);
+    for (std::int64_t turn = turns.first; turn < tiles; turn += turns.step) {
+      const Tile tile = tile_at<Layout::kChannelsLast>(turn + place.tile(), tiles, y.positions);
+      const std::int64_t first = place.lane() * kTileChain;
+      const std::int64_t rows = smaller(tile.size - first, kTileChain);
+      Walk<Apply, kPack> walk(apply, y, tile.sample, c, tile.begin + first, 0, rows - 1, 1, stride);
+      walk.start();
+      walk.write(streams, formulas);
     }
   }
 };

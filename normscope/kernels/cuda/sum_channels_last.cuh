@@ -33,6 +33,18 @@ struct PlaceInTile {
   }
 };
 
+// The turns in which a warp takes the tiles of its columns, which gridDim.y blocks share.
+struct TurnsOfWarp {
+  std::int64_t first;
+  std::int64_t step;
+
+  __device__ explicit TurnsOfWarp(int column_bits) {
+    const int tiles_per_warp = kMostColumns >> column_bits;
+    first = (std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y) * tiles_per_warp;
+    step = std::int64_t{gridDim.y} * blockDim.y * tiles_per_warp;
+  }
+};
+
 // The four threads of a tile share the channels of their packs among them, neighbours together. If
 // there are fewer channels than threads, some threads have none.
 template <int kPack>
@@ -152,7 +164,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<typename AnyTerms::E
   __shared__ LimbExchange<Own::kSize, kTileThreads> exchange;
 
   const PlaceInTile place{column_bits, static_cast<int>(threadIdx.x)};
-  const int tiles_per_warp = kMostColumns >> column_bits;
+  const TurnsOfWarp turns(column_bits);
   const std::int64_t channels_per_block = std::int64_t{kPack} << column_bits;
   const std::int64_t first_channel = std::int64_t{blockIdx.x} * channels_per_block;
   const auto channel_of = [&](const PlaceInTile& other, int j) {
@@ -174,9 +186,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<typename AnyTerms::E
     }
 
     // All threads of a warp must run every iteration, because they fold together.
-    const std::int64_t step = std::int64_t{gridDim.y} * blockDim.y * tiles_per_warp;
-    for (std::int64_t turn = (std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y) * tiles_per_warp;
-         turn < tiles; turn += step) {
+    for (std::int64_t turn = turns.first; turn < tiles; turn += turns.step) {
       Tile tile = tile_at<Layout::kChannelsLast>(turn + place.tile(), tiles, positions);
       tile.sample += batches.first_sample(slice);
       if (!has_channels) tile.size = 0;

@@ -35,6 +35,11 @@ struct Device {
     return 24;
   }
 
+  template <class Kernel>
+  static std::int64_t most_in_cluster(Kernel /*kernel*/) {
+    return cuda::kMostInCluster;
+  }
+
   // Small: some outputs of the tests are then larger than half of it.
   static std::int64_t l2_bytes() { return 4096; }
 
@@ -89,10 +94,12 @@ struct Device {
                        static_cast<unsigned>(grid.blocks_z)};
     const Index threads{static_cast<unsigned>(grid.threads_x),
                         static_cast<unsigned>(grid.threads_y), 1};
+    const auto cluster = static_cast<unsigned>(grid.cluster_y);
     const Start start = order == cuda::Order::kEarly ? Start::kEarly : Start::kAfterOthers;
     queue(stream, [=] {
       if (start == Start::kEarly && last_lets_next_start) ++started_early;
-      last_lets_next_start = run_grid(blocks, threads, start, [=] { kernel(arguments...); });
+      last_lets_next_start =
+          run_grid(blocks, threads, cluster, start, [=] { kernel(arguments...); });
       ++launched;
     });
   }

@@ -66,7 +66,8 @@ add_library(
   cuda_on_host_suites OBJECT
   addresses_test.cpp bits_test.cpp contract_test.cpp cuda_on_host/device.cpp
   cuda_on_host/early_start_test.cpp cuda_on_host/kernels_under_test.cpp cuda_on_host/stream.cpp
-  ${on_device}/device_communicator.cpp ${on_device}/device_communicator_test.cpp
+  sum_and_apply_test.cpp ${on_device}/device_communicator.cpp
+  ${on_device}/device_communicator_test.cpp
   ${normscope_SOURCE_DIR}/tests/comm/worlds.cpp
 )
 normscope_set_compile_rules(cuda_on_host_suites)
@@ -101,9 +102,10 @@ endfunction()
 
 set(cases "*FollowTheSpecification/*_float32_channels_")
 set(early_cases "*EarlyKernels*")
+set(apply_cases "Device/SumAndApply.*float32_channels_")
 set(ranks_cases "*FollowEachOther*")
 normscope_cuda_on_host_executable(cuda_threads ${normscope_SOURCE_DIR})
-normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*:${early_cases})
+normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*:${early_cases}:${apply_cases}*)
 normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_threads ${ranks_cases})
 
 # The suites must fail if a synchronization between threads is removed, or if kernels are wrong about
@@ -127,6 +129,11 @@ foreach(name IN LISTS names)
   elseif(name MATCHES "_without_(head|tail|part|rotation|address|stride)$")
     normscope_cuda_on_host_test(
       cuda.Misses/${name} cuda_mutants "*Addresses.${cases}first" NORMSCOPE_MUTANT=${number}
+    )
+  elseif(name MATCHES "^sum_and_apply_.*_without_(barrier|cluster)$")
+    set(layout $<IF:$<STREQUAL:${CMAKE_MATCH_1},cluster>,last,first>)
+    normscope_cuda_on_host_test(
+      cuda.Misses/${name} cuda_mutants ${apply_cases}${layout} NORMSCOPE_MUTANT=${number}
     )
   elseif(name MATCHES "_without_(wait|order|start)$")
     normscope_cuda_on_host_test(

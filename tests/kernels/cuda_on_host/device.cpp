@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -39,6 +40,7 @@ namespace {
 
 constexpr std::size_t kStackBytes = std::size_t{64} << 10U;
 constexpr std::size_t kBlocksAtOnce = 4;
+constexpr std::size_t kMostThreads = 8;  // of a cluster
 
 // A fiber as ThreadSanitizer sees it, if that is linked in. Switching fibers orders nothing; only
 // declared meetings do.
@@ -83,7 +85,16 @@ enum Access { kLoad, kStore };
 std::atomic<bool> are_counted = false;
 std::atomic<std::int64_t> counted[2];
 
-enum class State { kReady, kAtBarrier, kInWarp, kBehindEarlierKernel, kEnded };
+enum class State { kReady, kAtBarrier, kInWarp, kInCluster, kBehindEarlierKernel, kEnded };
+
+// Where the blocks of a cluster meet. The threads of the operating system that run them wait here
+// too, which orders nothing for ThreadSanitizer.
+struct Cluster {
+  explicit Cluster(unsigned blocks) : all(blocks) {}
+
+  std::barrier<> all;
+  char meeting = 0;
+};
 
 // The contents of the spans of an EarlierMemory.
 class Contents {
@@ -134,9 +145,10 @@ struct Warp {
 class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
  public:
   // seen_early: what an early kernel sees until it has waited; nullptr: what there is.
-  void run(Index of_grid, Index of_block, Index place, Start start, const Contents* seen_early,
-           unsigned seed, const std::function<void()>& body) {
+  void run(Index of_grid, Index of_block, Index place, Cluster& of_cluster, Start start,
+           const Contents* seen_early, unsigned seed, const std::function<void()>& body) {
     here = this;
+    cluster = &of_cluster;
     grid = of_grid;
     size = of_block;
     index = place;
@@ -164,8 +176,10 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     }
     Watched::arrive(&begin_);
     if (start == Start::kEarly) run_until_all_wait(seen_early, now);
-    while (advance()) {
-    }
+    do {
+      while (advance()) {
+      }
+    } while (meet_in_cluster());
     Watched::depart(&end_);
     if (!all_are(State::kEnded, 0, threads_)) {
       throw std::logic_error("threads of a block wait for threads that wait elsewhere or ended");
@@ -196,6 +210,7 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
   Index size = {};
   Index index = {};
   std::size_t current = 0;
+  Cluster* cluster = nullptr;
   char barrier = 0;
   char earlier_kernel = 0;
   bool lets_next_kernel_start = false;
@@ -280,6 +295,15 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     return any;
   }
 
+  // Lets the fibers go on that wait for their cluster, when those of all blocks do. Returns whether
+  // there were any.
+  bool meet_in_cluster() {
+    if (!all_are(State::kInCluster, 0, threads_)) return false;
+    cluster->all.arrive_and_wait();
+    release(State::kInCluster, 0, threads_);
+    return true;
+  }
+
   [[nodiscard]] bool all_are(State state, std::size_t begin, std::size_t end) const {
     for (std::size_t i = begin; i < end; ++i) {
       if (fibers_[i]->state != state) return false;
@@ -334,6 +358,10 @@ int ThisThread::lane() { return static_cast<int>(BlockRunner::here->current % kW
 
 void ThisThread::wait_for_block() {
   BlockRunner::here->wait(State::kAtBarrier, &BlockRunner::here->barrier);
+}
+
+void ThisThread::meet_in_cluster() {
+  BlockRunner::here->wait(State::kInCluster, &BlockRunner::here->cluster->meeting);
 }
 
 const std::uint64_t* ThisThread::exchange_in_warp(std::uint64_t own) {
@@ -401,12 +429,13 @@ MemoryInstructions memory_instructions(const std::function<void()>& work) {
   return {counted[kLoad], counted[kStore]};
 }
 
-bool run_grid(Index grid, Index block, Start start, const std::function<void()>& body) {
+bool run_grid(Index grid, Index block, unsigned cluster, Start start,
+              const std::function<void()>& body) {
   static std::atomic<unsigned> launches = 0;
-  static thread_local std::unique_ptr<BlockRunner> runners[kBlocksAtOnce];
+  static thread_local std::unique_ptr<BlockRunner> runners[kMostThreads];
   const unsigned launch = launches++;
   const std::size_t blocks = std::size_t{grid.x} * grid.y * grid.z;
-  std::exception_ptr errors[kBlocksAtOnce];
+  std::exception_ptr errors[kMostThreads];
   std::atomic<std::size_t> letting = 0;
   const Contents* const seen_early = earlier ? &*earlier : nullptr;
   if (earlier && start == Start::kAfterOthers) earlier->save();
@@ -414,24 +443,33 @@ bool run_grid(Index grid, Index block, Start start, const std::function<void()>&
   const std::size_t at_once = start == Start::kEarly && earlier ? 1 : kBlocksAtOnce;
   {
     // Blocks begin in their order, as kernels that wait for other ranks need it. The first ones run
-    // in threads of their own: nothing orders what two of them do.
-    const std::size_t workers = std::min(at_once, blocks);
+    // in threads of their own: nothing orders what two of them do. Clusters run one after the
+    // other, each block in the thread of its number.
+    const std::size_t workers = cluster > 1 ? cluster : std::min(at_once, blocks);
     std::atomic<std::size_t> next = workers;
+    Cluster meetings(cluster);
     std::vector<std::jthread> threads;
     for (std::size_t w = 0; w < workers; ++w) {
       if (runners[w] == nullptr) runners[w] = std::make_unique<BlockRunner>();
       threads.emplace_back([&, runner = runners[w].get(), w] {
+        const auto run = [&](Index index) {
+          const std::size_t i = (std::size_t{index.z} * grid.y + index.y) * grid.x + index.x;
+          runner->run(grid, block, index, meetings, start, seen_early,
+                      launch * 7919U + static_cast<unsigned>(i), body);
+          if (runner->lets_next_kernel_start) ++letting;
+        };
         try {
+          if (cluster > 1) {
+            for (unsigned x = 0; x < grid.x; ++x) run({x, static_cast<unsigned>(w), 0});
+            return;
+          }
           for (std::size_t i = w; i < blocks; i = next.fetch_add(1, std::memory_order_relaxed)) {
-            const Index index{static_cast<unsigned>(i % grid.x),
-                              static_cast<unsigned>(i / grid.x % grid.y),
-                              static_cast<unsigned>(i / grid.x / grid.y)};
-            runner->run(grid, block, index, start, seen_early,
-                        launch * 7919U + static_cast<unsigned>(i), body);
-            if (runner->lets_next_kernel_start) ++letting;
+            run({static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
+                 static_cast<unsigned>(i / grid.x / grid.y)});
           }
         } catch (...) {
           errors[w] = std::current_exception();
+          if (cluster > 1) meetings.all.arrive_and_drop();
         }
       });
     }

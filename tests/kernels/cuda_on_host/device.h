@@ -41,6 +41,9 @@ class ThisThread {
 
   static void wait_for_block();
 
+  // Waits for all threads of the blocks of a cluster.
+  static void meet_in_cluster();
+
   // Gives every thread of the warp 8 bytes from each of its threads, valid until the second next
   // exchange.
   static const std::uint64_t* exchange_in_warp(std::uint64_t own);
@@ -66,10 +69,12 @@ class ThisThread {
 inline constexpr int kWarpThreads = 32;
 
 // Runs body() as every thread of the grid, and returns when all have ended: whether all blocks have
-// let the next kernel start. Threads of a block take turns in an order that differs between
-// launches. Throws std::logic_error if threads wait for others that have ended or wait elsewhere,
-// or if an early kernel does not wait for the one before, or for an access that is not aligned.
-bool run_grid(Index grid, Index block, Start start, const std::function<void()>& body);
+// let the next kernel start. `cluster` blocks with the same index x are a cluster: 1, or grid.y.
+// Threads of a block take turns in an order that differs between launches. Throws std::logic_error
+// if threads wait for others that have ended or wait elsewhere, or if an early kernel does not wait
+// for the one before, or for an access that is not aligned.
+bool run_grid(Index grid, Index block, unsigned cluster, Start start,
+              const std::function<void()>& body);
 
 }  // namespace normscope::cuda_on_host
 

@@ -144,12 +144,12 @@ TEST(GridOfGroups, HasSmallBlocksIfThereAreFew) {
   EXPECT_EQ(threads_of(2048, 32), 256);
 }
 
-// A device that runs two blocks on each multiprocessor.
+// A device that runs 512 threads on each multiprocessor.
 struct Device {
   static int multiprocessors() { return kMultiprocessors; }
   template <class Kernel>
-  static std::int64_t blocks_at_once(Kernel /*kernel*/, int /*threads*/) {
-    return 2 * std::int64_t{kMultiprocessors};
+  static std::int64_t blocks_at_once(Kernel /*kernel*/, int threads) {
+    return kMultiprocessors * (512 / threads);
   }
 };
 
@@ -179,32 +179,49 @@ struct Directions {
   bool operator==(const Directions&) const = default;
 };
 
-// In how many directions the kernel that sums can also apply, if the layers are channels first.
+// In how many directions the kernel that sums can also apply. A device of the test knows no
+// kernels.
 template <class Element>
-Directions of_one_kernel(std::int64_t samples) {
+Directions of_one_kernel(std::int64_t samples, Layout layout) {
   Directions found;
   for (const Shape& shape : resnet50(samples)) {
     const NormBatches batches{
         .samples = samples, .positions = shape.positions, .slices = 1, .slice_size = samples};
     const auto can_apply = [&]<class AnyTerms>(const AnyTerms* /*type*/) {
-      using Sum = Backend<Device>::SumOfPlanes<Access::kPacks, AnyTerms,
-                                               AfterSums<typename AnyTerms::User>>;
-      return Sum(shape.channels, batches).can_apply() ? 1 : 0;
+      using Plans = Backend<Device>;
+      constexpr int kNoKernel = 0;
+      if (layout == Layout::kChannelsFirst) {
+        return Plans::template plan_channels_first<Access::kPacks, AnyTerms>(
+                   kNoKernel, shape.channels, batches)
+            .can_apply(1);
+      }
+      return Plans::template plan_channels_last<Access::kPacks, AnyTerms>(kNoKernel, shape.channels,
+                                                                          batches)
+          .can_apply(kMostInCluster);
     };
-    found.forward += can_apply(static_cast<const MomentTerms<Element>*>(nullptr));
-    found.backward += can_apply(static_cast<const GradientTerms<Element>*>(nullptr));
+    if (can_apply(static_cast<const MomentTerms<Element>*>(nullptr))) ++found.forward;
+    if (can_apply(static_cast<const GradientTerms<Element>*>(nullptr))) ++found.backward;
   }
   return found;
 }
 
 TEST(OneKernelOfADirection, IsThatOfMostLayersOfAResNet50) {
   EXPECT_EQ(resnet50(1).size(), 53U);
-  EXPECT_EQ(of_one_kernel<float>(2), (Directions{53, 52}));
-  EXPECT_EQ(of_one_kernel<float>(4), (Directions{52, 52}));
-  EXPECT_EQ(of_one_kernel<float>(8), (Directions{52, 41}));
-  EXPECT_EQ(of_one_kernel<float>(32), (Directions{29, 21}));
-  EXPECT_EQ(of_one_kernel<BFloat16>(4), (Directions{53, 52}));
-  EXPECT_EQ(of_one_kernel<BFloat16>(32), (Directions{41, 36}));
+  constexpr auto kFirst = Layout::kChannelsFirst;
+  EXPECT_EQ(of_one_kernel<float>(2, kFirst), (Directions{53, 52}));
+  EXPECT_EQ(of_one_kernel<float>(4, kFirst), (Directions{52, 52}));
+  EXPECT_EQ(of_one_kernel<float>(8, kFirst), (Directions{52, 41}));
+  EXPECT_EQ(of_one_kernel<float>(32, kFirst), (Directions{29, 21}));
+  EXPECT_EQ(of_one_kernel<BFloat16>(4, kFirst), (Directions{53, 52}));
+  EXPECT_EQ(of_one_kernel<BFloat16>(32, kFirst), (Directions{41, 36}));
+
+  constexpr auto kLast = Layout::kChannelsLast;
+  EXPECT_EQ(of_one_kernel<float>(2, kLast), (Directions{28, 28}));
+  EXPECT_EQ(of_one_kernel<float>(4, kLast), (Directions{28, 28}));
+  EXPECT_EQ(of_one_kernel<float>(8, kLast), (Directions{16, 16}));
+  EXPECT_EQ(of_one_kernel<float>(32, kLast), (Directions{4, 4}));
+  EXPECT_EQ(of_one_kernel<BFloat16>(4, kLast), (Directions{28, 28}));
+  EXPECT_EQ(of_one_kernel<BFloat16>(32, kLast), (Directions{4, 4}));
 }
 
 TEST(GridOfSums, IsNoLargerThanTheDevice) {

@@ -131,7 +131,7 @@ void expect_planes_backwards(std::int64_t samples, std::int64_t channels, std::i
         const auto blocks = static_cast<unsigned>(
             ceil_divide(batches.slice_size * channels, kBlockThreads / kWarp));
         cuda_on_host::run_grid(
-            {blocks, 2, static_cast<unsigned>(slices)}, {kBlockThreads, 1, 1},
+            {blocks, 2, static_cast<unsigned>(slices)}, {kBlockThreads, 1, 1}, 1,
             cuda_on_host::Start::kEarly,
             [=] { apply_channels_first<kAccess, RecordedElements>(apply, batches, y, false); });
       });
@@ -148,7 +148,7 @@ TEST(OrderOfOutputs, RowsAreWrittenBackwards) {
     expect_backwards<Access::kPacks>(
         Layout::kChannelsLast, 7, 8, 300, 3,
         [&](const RecordedElements& apply, const NormBatches& batches, const Elements<float>& y) {
-          cuda_on_host::run_grid({1, 2, static_cast<unsigned>(joined ? 3 : 7)}, {2, 16, 1},
+          cuda_on_host::run_grid({1, 2, static_cast<unsigned>(joined ? 3 : 7)}, {2, 16, 1}, 1,
                                  cuda_on_host::Start::kEarly, [=] {
                                    apply_channels_last<Access::kPacks, RecordedElements>(
                                        apply, batches, y, joined, false);
