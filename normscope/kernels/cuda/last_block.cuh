@@ -26,11 +26,13 @@ __device__ inline unsigned take_ticket(unsigned* ticket, unsigned last) {
 }
 
 // Whether this block is the last of `blocks` to get here. All threads of the block must call it,
-// and all get the answer. The last block sees everything that the other blocks have done before.
-// The ticket ends as zero.
+// and all get the answer. The last block sees everything that the other blocks have done before,
+// for which a device empties the first-level cache of its multiprocessor. A block alone keeps what
+// is there. The ticket ends as zero.
 __device__ inline bool is_last_block(unsigned* ticket, unsigned blocks) {
   __shared__ bool is_last;
   __syncthreads();
+  if (blocks == 1) return true;
   if (thread_of_block() == 0) is_last = take_ticket(ticket, blocks - 1) == blocks - 1;
   __syncthreads();
   return is_last;

@@ -9,12 +9,13 @@ namespace normscope::cuda {
 
 // One kernel for all steps of a direction: if a block sums all elements of its channels, or a
 // cluster of blocks does, it writes their outputs too, as soon as it has their coefficients. It
-// reads the elements again from the caches of its multiprocessors, and waits for no other blocks.
-// There is one slice, and all tensors have packs.
+// waits for no other blocks. It reads the elements again: a block alone, from the first-level cache
+// of its multiprocessor; a cluster, or ranks that exchange sums, from the second level, because a
+// device empties the first one when it waits for others. There is one slice, and all tensors have
+// packs.
 
 // The most bytes of inputs that the blocks of a multiprocessor read at the same time, of its cache
-// of 256 KB (H100), and those of a block: a cluster or a block alone should not keep others
-// waiting.
+// of 256 KB (H100), and those of a block, which should not keep others waiting.
 inline constexpr std::int64_t kMostBytesInCache = 224 * 1024;
 inline constexpr std::int64_t kMostBytesOfBlock = kMostBytesInCache / 2;
 
