@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a copy of the CUDA kernels' source in which each synchronization can be left out.
 
-For every barrier, shuffle, vote, ticket, atomic operation, and announcement to other ranks in
-``normscope/kernels/cuda/*.cuh``, the copy has a mutant: an operation in its place that ignores
-other threads. Mutants of a wait for the earlier kernel leave it out, or wait behind the next
-statement; those of what lets the next kernel start leave it out. In the exchange between ranks,
-there are also mutants of what keeps its epochs apart. Other mutants are wrong
-about the elements before and after the packs of a plane: they leave them out, give them to other
-lanes, or take packs from tensors in which those start at other elements. A program that is compiled
-from the copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT`` has, if it
+For every barrier of a block or a cluster, shuffle, vote, ticket, atomic operation, and announcement
+to other ranks in ``normscope/kernels/cuda/*.cuh``, the copy has a mutant: an operation in its place
+that ignores other threads. Mutants of a wait for the earlier kernel leave it out, or wait behind
+the next statement; those of what lets the next kernel start leave it out. In the exchange between
+ranks, there are also mutants of what keeps its epochs apart. Other mutants are wrong about the
+elements before and after the packs of a plane: they leave them out, give them to other lanes, or
+take packs from tensors in which those start at other elements. A program that is compiled from the
+copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT`` has, if it
 has one. The script prints the names of the mutants in the order of their numbers, from 1, one per
 line. If a test suite passes with a mutant, it does not test the operation that was left out.
 """
