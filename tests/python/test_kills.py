@@ -31,9 +31,18 @@ LIMIT_SECONDS = 60.0
 
 
 def train_until_an_error(
-    store: str, rank: int, size: int, scope: str, transport: str, connection: Connection
+    store: str,
+    rank: int,
+    size: int,
+    scope: str,
+    transport: str,
+    child_of: int | None,
+    connection: Connection,
 ) -> None:
-    """Report the start of the steps, then the error that ended them and the time."""
+    """Report the start of the steps, then the error that ended them and the time.
+
+    The child of a rank holds its connections open, as a worker of a data loader does.
+    """
     os.environ["NORMSCOPE_SHARED_MEMORY"] = TRANSPORTS[transport]
     torch.set_num_threads(1)
     connect_ranks(store, rank, size, LIMIT_SECONDS)
@@ -41,6 +50,9 @@ def train_until_an_error(
         torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)), scope
     )
     net(torch.randn(8, 4)).sum().backward()
+    if rank == child_of and os.fork() == 0:
+        time.sleep(LIMIT_SECONDS / 2)
+        os._exit(0)
     connection.send("begun")
     try:
         while True:
@@ -76,7 +88,7 @@ def train_in_data_parallel(
 
 @contextlib.contextmanager
 def three_ranks(
-    target: Callable[..., None], *arguments: str
+    target: Callable[..., None], *arguments: object
 ) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
     """Start a function on three ranks, and wait until all have begun."""
     with started(target, *arguments, size=3) as (processes, connections):
@@ -84,13 +96,15 @@ def three_ranks(
         yield processes, connections
 
 
-def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[str, float]]:
+def errors_after_a_kill(
+    scope: str, transport: str, number: int, child_of: int | None = None
+) -> list[tuple[str, float]]:
     """Return the errors of the other ranks after one is killed, with the seconds until then.
 
     Rank 0's process has the store, and ends with its own error.
     """
     moment = random.Random(number).uniform(0.0, 0.02)
-    with three_ranks(train_until_an_error, scope, transport) as (processes, connections):
+    with three_ranks(train_until_an_error, scope, transport, child_of) as (processes, connections):
         time.sleep(moment)
         killed = time.monotonic()
         processes[1].kill()
@@ -131,6 +145,13 @@ def test_a_rank_that_is_killed_is_named_to_its_peers(
             assert re.search(r"(rank 1|ranks 0, 1) (of . )?(has|have) died", text)
             assert after < PROMPT_SECONDS
     assert shared_memory() == memory_before
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_whose_child_keeps_its_connections_is_named_to_its_peers(transport: str) -> None:
+    for text, after in errors_after_a_kill("world", transport, 0, child_of=1):
+        assert re.search(r"(rank 1|ranks 0, 1) (of . )?(has|have) died", text)
+        assert after < PROMPT_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,7 @@ void C10dCommunicator::wait_for(c10d::Work& work) {
     return;
   }
   const auto begin = std::chrono::steady_clock::now();
+  bool has_death = false;
   for (int looks = 1;; ++looks) {
     try {
       work.wait(kPause);
@@ -291,21 +292,26 @@ void C10dCommunicator::wait_for(c10d::Work& work) {
         return;
       }
     }
-    look_up(std::chrono::steady_clock::now() - begin, looks);
+    look_up(std::chrono::steady_clock::now() - begin, looks, has_death);
   }
 }
 
-void C10dCommunicator::look_up(std::chrono::steady_clock::duration waited, int looks) {
+// has_death: whether a rank had died when this asked before. One that dies after it has sent all of
+// its message does not break it: what it has sent arrives until the next question.
+void C10dCommunicator::look_up(std::chrono::steady_clock::duration waited, int looks,
+                               bool& has_death) {
   notify_observer(
       waited, [this] { return where_ranks_are(); },
       [] { throw Interruption(std::current_exception()); });
-  // A peer may have failed in a way that does not close its connections.
+  // A peer may have failed in a way that does not close its connections. Those of a rank that has
+  // died may be held open by its children.
   constexpr int kLooksPerQuestion = 5;
   if (!own_ || looks % kLooksPerQuestion != 0) return;
-  if (const auto reason = own_->failure()) {
-    own_->abandon("");  // the other rank's reason counts
-    throw CommunicationError(*reason);
-  }
+  const std::optional<std::string> published = own_->failure();
+  const bool had_death = std::exchange(has_death, own_->death().has_value());
+  if (!published && !(had_death && has_death)) return;
+  own_->abandon("");  // the other rank's reason counts
+  throw CommunicationError(published ? *published : "its connections are still open");
 }
 
 std::string C10dCommunicator::where_ranks_are() {
@@ -355,7 +361,8 @@ void C10dCommunicator::watch_peers() {
 // come are named.
 std::optional<std::string> C10dCommunicator::reason_to_end() {
   TorchNccl::allow_captures_of_other_threads();
-  if (auto reason = own_->failure_or_death()) return reason;
+  if (auto reason = own_->failure()) return reason;
+  if (auto reason = own_->death()) return reason;
   const auto age = queued_.age();
   const bool waits_long = age && *age > options_.timeout / 2;
   if (waits_long != shows_presence_) {

@@ -134,7 +134,7 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] std::optional<std::string> reason_to_end();
   void abort_work() noexcept;
   void wait_for(c10d::Work& work);
-  void look_up(std::chrono::steady_clock::duration waited, int looks);
+  void look_up(std::chrono::steady_clock::duration waited, int looks, bool& has_death);
   [[nodiscard]] std::string where_ranks_are();
   [[nodiscard]] std::unique_ptr<Communicator> make_part(const std::vector<int>& members) const;
   [[noreturn]] void throw_lengths_differ(double length);

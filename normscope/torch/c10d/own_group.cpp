@@ -269,7 +269,7 @@ void OwnGroup::fail(std::string_view reason) noexcept {
 }
 
 void OwnGroup::abandon(std::string_view reason) noexcept {
-  publish_failure(reason);
+  if (!reason.empty()) publish_failure(reason);
   static_cast<void>(new (std::nothrow) c10::intrusive_ptr<c10d::ProcessGroup>(group_.lock()));
   close();
 }
@@ -403,8 +403,7 @@ std::optional<std::string> OwnGroup::failure() {
   return answer ? *answer : std::nullopt;
 }
 
-std::optional<std::string> OwnGroup::failure_or_death() {
-  if (auto published = failure()) return published;
+std::optional<std::string> OwnGroup::death() const {
   const Places dead = dead_places(processes_);
   return dead.empty() ? std::nullopt : std::optional(text_of_dead(dead));
 }

@@ -87,7 +87,8 @@ class OwnGroup {
   void fail(std::string_view reason) noexcept;
 
   // The same while a message is in progress. Ending the backend would wait for the message, so the
-  // backend is kept until the process ends. Waiting peers find out when they ask the store.
+  // backend is kept until the process ends. Waiting peers find out when they ask the store. An
+  // empty reason is not published.
   void abandon(std::string_view reason) noexcept;
 
   // Only notifies the peers that this rank failed, and why.
@@ -110,8 +111,8 @@ class OwnGroup {
   // The reason of the first rank that failed, if any.
   [[nodiscard]] std::optional<std::string> failure();
 
-  // The same, or which ranks of this host have died.
-  [[nodiscard]] std::optional<std::string> failure_or_death();
+  // Which ranks of this host have died, if any.
+  [[nodiscard]] std::optional<std::string> death() const;
 
   // Shows a text to ranks that ask later, in place of the one before.
   void show(std::string text);
