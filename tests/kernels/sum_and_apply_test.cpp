@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <span>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -36,7 +35,13 @@ class Directions {
         batches_(norm_batches(x_, slices)),
         zeros_(static_cast<std::size_t>(device_scratch_size(x_.channels, slices))),
         coefficients_(
-            static_cast<std::size_t>(Coefficients::kInputGradient * slices * x_.channels)) {}
+            static_cast<std::size_t>(Coefficients::kInputGradient * slices * x_.channels)) {
+    for (std::int64_t c = 0; c < x_.channels; ++c) {
+      results_[static_cast<std::size_t>(c)] = 1.5 + 0.25 * static_cast<double>(c);
+      results_[static_cast<std::size_t>(x_.channels + c)] = 2.0 - 0.5 * static_cast<double>(c);
+    }
+    std::fill_n(results_.begin() + 2 * x_.channels, 2 * x_.channels, 1.0);  // running statistics
+  }
 
   bool forward(const MutableTensorView& output) {
     return kernels().moments({}, x_, scratch(),
@@ -63,16 +68,6 @@ class Directions {
   }
   void input_gradient() {
     kernels().input_gradient({}, x_, dy_, batches_, coefficients(), dx.view());
-  }
-
-  void set_parameters(double weight, double bias) {
-    for (std::int64_t c = 0; c < x_.channels; ++c) {
-      results_[static_cast<std::size_t>(c)] = weight + 0.25 * static_cast<double>(c);
-      results_[static_cast<std::size_t>(x_.channels + c)] = bias - 0.5 * static_cast<double>(c);
-    }
-    for (std::int64_t c = 2 * x_.channels; c < 4 * x_.channels; ++c) {
-      results_[static_cast<std::size_t>(c)] = 1.0;
-    }
   }
 
   void expect_bits_of(const Directions& expected) const {
@@ -129,14 +124,12 @@ class SumAndApply : public ::testing::TestWithParam<std::tuple<DType, Layout>> {
     const Tensor x = filled(shape, inputs, Role::kX, of_inputs);
     const Tensor dy = filled(shape, Inputs::kCentred, Role::kDy, of_inputs);
     Directions expected(x, dy, slices, of_outputs);
-    expected.set_parameters(1.5, 2.0);
     EXPECT_FALSE(expected.forward({}));
     expected.normalize();
     EXPECT_FALSE(expected.backward({}));
     expected.input_gradient();
 
     Directions found(x, dy, slices, of_outputs);
-    found.set_parameters(1.5, 2.0);
     const bool is_y_written = found.forward(found.y.view());
     if (!is_y_written) {
       EXPECT_TRUE(is_untouched(found.y));
