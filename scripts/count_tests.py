@@ -15,6 +15,10 @@ from pathlib import Path
 # What reasons to skip a test begin with.
 MAY_BE_MISSING = ("cuda", "namespaces")
 
+# The end of a failed test's output that is printed, for each of the first tests that failed.
+LINES = 40
+MOST_SHOWN = 10
+
 
 def may_be_skipped(case: ElementTree.Element) -> bool:
     """Return whether a test needs what machines may lack, by ctest's label or pytest's reason."""
@@ -44,8 +48,17 @@ def outcome(case: ElementTree.Element) -> str:
     return "failed" if case.get("status") == "fail" else "passed"
 
 
+def end_of_output(case: ElementTree.Element) -> list[str]:
+    """Return the last lines of a failed test: the traceback of pytest, or what ctest keeps."""
+    for tag in ("failure", "error", "system-out"):
+        text = (case.findtext(tag) or "").strip()
+        if text:
+            return [f"    {line}" for line in text.splitlines()[-LINES:]]
+    return []
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Print the problems and the summary; return the exit status."""
+    """Print what failed tests say, the problems and the summary; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="JUnit files of ctest and pytest")
     parser.add_argument(
@@ -55,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     results: list[Path] = given.results
 
     counts = {"passed": 0, "failed": 0, "skipped": 0}
-    complaints = []
+    complaints, outputs = [], []
     for path in results:
         cases = list(ElementTree.parse(path).iter("testcase")) if path.exists() else []
         if not cases:
@@ -64,9 +77,12 @@ def main(arguments: Sequence[str]) -> int:
             counts[outcome(case)] += 1
             if outcome(case) == "failed":
                 complaints.append(f"failed: {path.stem}: {describe(case)}")
+                outputs.append([complaints[-1], *end_of_output(case)])
             if outcome(case) == "skipped" and not may_be_skipped(case):
                 complaints.append(f"skipped without need: {path.stem}: {describe(case)}")
 
+    for output in outputs[:MOST_SHOWN]:
+        print(*output, sep="\n")
     for complaint in complaints:
         print(complaint)
     skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
