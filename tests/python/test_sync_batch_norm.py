@@ -77,10 +77,10 @@ def test_the_default_group_is_used_if_none_is_given(ranks: RankPool) -> None:
 
 
 def keeps_its_group() -> bool:
-    group = distributed.new_group([0, 1])
+    group = connected_group([0, 1])
     layer = normscope.convert(nn.SyncBatchNorm(3, process_group=group))
     kept = layer.process_group is group
-    other = distributed.new_group([0, 1])
+    other = connected_group([0, 1])
     normscope.convert(layer, process_group=other)
     return bool(kept and layer.process_group is other)
 

@@ -85,6 +85,7 @@ def nccl_on_host(store: Path | str) -> Iterator[None]:
         distributed.init_process_group(
             "nccl", init_method=f"file://{store}", rank=rank, world_size=size, timeout=LIMIT
         )
+        distributed.all_reduce(torch.zeros(1))  # until all are connected: see connected_group()
         yield
     finally:
         distributed.Backend.backend_capability["nccl"] = devices

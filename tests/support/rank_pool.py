@@ -137,7 +137,8 @@ class RankPool:
 
         Raises:
             RankFailureError: With the traceback of each rank that raised, or the ranks that died or
-                hung. In the latter case, the next run starts new processes.
+                hung. The next run starts new processes: torch counts groups, and a rank that has
+                failed to make one would give the next one another name than its peers.
         """
         if self.backend == "nccl":
             if (reason := gpu_ranks.reason_here(size)) is not None:
@@ -164,6 +165,7 @@ class RankPool:
         answers = self._gather(size, hang_seconds)
         failures = [f"rank {r}: {a.failure}" for r, a in enumerate(answers) if a.failure]
         if failures:
+            self.close()
             raise RankFailureError("\n".join(failures))
         return [answer.result for answer in answers]
 
@@ -204,7 +206,7 @@ class RankPool:
         return [answers[rank] for rank in range(size)]
 
     def _death_of(self, rank: int, size: int) -> RankFailureError:
-        """End the other ranks too; the next run starts new ones."""
+        """End the other ranks too."""
         process, errors = self._ranks[rank].process, self._ranks[rank].errors
         process.join()
         errors.seek(0)
