@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks to run tests on: processes that live for the whole session."""
+"""Ranks to run tests on: processes that live for the whole session, unless a run fails."""
 
 from __future__ import annotations
 
