@@ -390,7 +390,9 @@ void ThisThread::announce(std::uint64_t* word, std::uint64_t value) {
 }
 
 std::uint64_t ThisThread::look_at(std::uint64_t* word) {
-  std::this_thread::yield();  // whoever announces it may need this core
+  // Whoever announces it may need this core. Between busy processes, a thread that yields waits for
+  // all their turns; one that sleeps is the next to run.
+  std::this_thread::sleep_for(std::chrono::microseconds(1));
   const std::uint64_t value = std::atomic_ref(*word).load(std::memory_order_acquire);
   Watched::depart(reinterpret_cast<char*>(word));
   return value;
