@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import RankFailureError, RankPool
+from rank_pool import HANG_SECONDS, RankFailureError, RankPool
 from torch import distributed
+from torch._C import _distributed_c10d as c10d
 
 
 def process_and_sum() -> tuple[int, float]:
@@ -19,29 +22,40 @@ def process_and_sum() -> tuple[int, float]:
     return os.getpid(), ones.item()
 
 
-def fails_to_make_a_group(store: Path) -> None:
+def fails_to_make_a_group() -> None:
     """Let rank 1 wait for a peer that does not come."""
     if distributed.get_rank() == 0:
         return
     distributed.destroy_process_group()
     distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=1,
-        world_size=2,
-        timeout=timedelta(seconds=0.2),
+        "gloo", store=c10d.HashStore(), rank=1, world_size=2, timeout=timedelta(seconds=0.2)
     )
 
 
-def test_processes_live_until_a_run_fails(tmp_path: Path) -> None:
-    pool = RankPool()
-    try:
+def dies() -> None:
+    if distributed.get_rank() == 1:
+        os._exit(3)
+
+
+def hangs() -> None:
+    if distributed.get_rank() == 1:
+        time.sleep(HANG_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("fails", "text"),
+    [
+        (fails_to_make_a_group, "rank 1: Traceback"),
+        (dies, "rank 1 of 2 died with exit code 3"),
+        (hangs, r"ranks \[1\] of 2 hung"),
+    ],
+)
+def test_processes_live_until_a_run_fails(fails: Callable[[], None], text: str) -> None:
+    with contextlib.closing(RankPool()) as pool:
         first, second = (pool.run(2, process_and_sum) for _ in range(2))
-        with pytest.raises(RankFailureError, match="rank 1: "):
-            pool.run(2, fails_to_make_a_group, tmp_path / "store")
+        with pytest.raises(RankFailureError, match=text):
+            pool.run(2, fails, hang_seconds=10.0)
         third = pool.run(2, process_and_sum, group_seconds=10.0)
-    finally:
-        pool.close()
 
     assert first == second
     assert [total for _, total in third] == [2.0, 2.0]

@@ -157,17 +157,11 @@ class RankPool:
             environment=dict(environment or {}),
             backend=self.backend,
         )
-        for rank in range(size):
-            try:
-                self._ranks[rank].connection.send_bytes(pickle.dumps((rank, task)))
-            except ConnectionError:
-                raise self._death_of(rank, size) from None
-        answers = self._gather(size, hang_seconds)
-        failures = [f"rank {r}: {a.failure}" for r, a in enumerate(answers) if a.failure]
-        if failures:
+        try:
+            return self._results_of(task, hang_seconds)
+        except RankFailureError:
             self.close()
-            raise RankFailureError("\n".join(failures))
-        return [answer.result for answer in answers]
+            raise
 
     def close(self) -> None:
         """Kill all ranks."""
@@ -185,6 +179,18 @@ class RankPool:
         self._runs += 1
         return str(Path(self._stores.name, str(self._runs)))
 
+    def _results_of(self, task: Task, hang_seconds: float) -> list[Any]:
+        for rank in range(task.size):
+            try:
+                self._ranks[rank].connection.send_bytes(pickle.dumps((rank, task)))
+            except ConnectionError:
+                raise self._death_of(rank, task.size) from None
+        answers = self._gather(task.size, hang_seconds)
+        failures = [f"rank {r}: {a.failure}" for r, a in enumerate(answers) if a.failure]
+        if failures:
+            raise RankFailureError("\n".join(failures))
+        return [answer.result for answer in answers]
+
     def _gather(self, size: int, hang_seconds: float) -> list[Answer]:
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + hang_seconds
@@ -192,7 +198,6 @@ class RankPool:
             waiting = {self._ranks[r].connection: r for r in range(size) if r not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.close()
                 raise RankFailureError(
                     f"ranks {sorted(waiting.values())} of {size} hung for {hang_seconds} s"
                 )
@@ -206,12 +211,10 @@ class RankPool:
         return [answers[rank] for rank in range(size)]
 
     def _death_of(self, rank: int, size: int) -> RankFailureError:
-        """End the other ranks too."""
         process, errors = self._ranks[rank].process, self._ranks[rank].errors
         process.join()
         errors.seek(0)
         text = errors.read().decode(errors="replace")[-MOST_CHARACTERS:]
-        self.close()
         return RankFailureError(
             f"rank {rank} of {size} died with exit code {process.exitcode}\n{text}"
         )
