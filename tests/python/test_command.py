@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -59,8 +58,8 @@ def status_of_all() -> str:
     net(torch.randn(4, 2))
     text = ""
     if distributed.get_rank() == 0:
-        time.sleep(0.5)
-        text = printed("status")
+        while "rank 1 waits" not in text:
+            text = printed("status")
     net(torch.randn(4, 2))
     return text
 

@@ -49,6 +49,13 @@ def meet_at(name: str) -> None:
     store.wait([f"{name}/{rank}" for rank in range(distributed.get_world_size())])
 
 
+def status_with(text: str, process: int | None = None) -> str:
+    """Return the status of a process, this one by default, as soon as it contains a text."""
+    while text not in (status := str(normscope.status(process))):
+        time.sleep(0.01)
+    return status
+
+
 @contextlib.contextmanager
 def errors_to(text: list[str]) -> Iterator[None]:
     """Collect everything that the process writes to stderr in a list."""
@@ -103,9 +110,8 @@ def status_of_a_rank_that_waits() -> tuple[str, str]:
         store.set("process", str(os.getpid()))
         net[1](x)
         return "", ""
-    process = store.get("process")
-    time.sleep(0.5)
-    of_peer, own = normscope.status(int(process)), normscope.status()
+    of_peer = status_with("rank 1 waits", int(store.get("process")))
+    own = str(normscope.status())
     net[1](x)
     return of_peer, own
 
@@ -141,8 +147,7 @@ def rank_0_fails_while_its_thread_waits() -> list[tuple[str, float]]:
 
     if distributed.get_rank() == 0:
         other.start()
-        while "waits in forward" not in str(normscope.status()):
-            time.sleep(0.01)
+        status_with("waits in forward")
         answers.append(raised_by(step))
         meet_at("failed")
         other.join()
@@ -183,16 +188,27 @@ def test_an_op_that_waits_does_not_hold_python_s_lock(
 
 def signalled_without_an_exception() -> list[int]:
     """Use a handler that returns, for example to request a checkpoint; the wait continues."""
+    store = distributed.distributed_c10d._get_default_store()
     net = network()
     net(batch())
-    meet_at("begin")
     calls: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
+
+    def signal_the_wait() -> None:
+        status_with("waits in forward")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not calls:
+            time.sleep(0.01)
+        store.set("handled", "")
+
     if distributed.get_rank() == 1:
-        time.sleep(1.0)
-    else:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+        store.wait(["handled"])
+        net(batch())
+        return calls
+    before = signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
+    signals = threading.Thread(target=signal_the_wait)
+    signals.start()
     net(batch())
+    signals.join()
     signal.signal(signal.SIGUSR1, before)
     return calls
 
@@ -206,12 +222,15 @@ def test_a_handler_that_returns_does_not_end_the_wait(
 
 
 def profiled_events() -> list[tuple[str, float]]:
+    store = distributed.distributed_c10d._get_default_store()
     net = network()
     net(batch().requires_grad_()).sum().backward()
-    meet_at("begin")
-    if distributed.get_rank() == 1:
-        time.sleep(0.2)
+    if distributed.get_rank() == 0:
+        store.set("process", str(os.getpid()))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        if distributed.get_rank() == 1:
+            status_with("rank 0 waits", int(store.get("process")))
+            time.sleep(0.2)
         net(batch().requires_grad_()).sum().backward()
     return [
         (event.key, event.cpu_time_total / 1e6)
