@@ -51,7 +51,7 @@ def meet_at(name: str) -> None:
 
 def status_with(text: str, process: int | None = None) -> str:
     """Return the status of a process, this one by default, as soon as it contains a text."""
-    while text not in (status := str(normscope.status(process))):
+    while text not in (status := normscope.status(process)):
         time.sleep(0.01)
     return status
 
@@ -111,7 +111,7 @@ def status_of_a_rank_that_waits() -> tuple[str, str]:
         net[1](x)
         return "", ""
     of_peer = status_with("rank 1 waits", int(store.get("process")))
-    own = str(normscope.status())
+    own = normscope.status()
     net[1](x)
     return of_peer, own
 
